@@ -149,7 +149,15 @@ def open_sweep(options: Options) -> Sweep:
     if stored is not None and any(
         stored[key] != settings[key] for key in ("arms", "docstring")
     ):
-        check_same_arms(workdir, make_plan(stored)[1], plan)
+        before = make_plan(stored)[1]
+        check_same_arms(workdir, before, plan)
+        earlier = {  # an ablation's own seeds may be added, too
+            len(arm.seeds)
+            for arm in before.arms
+            if len(plan.arm(arm.name).seeds) > len(arm.seeds)
+        }
+        earlier |= {*(settings["earlier_seeds"] or [])}
+        settings["earlier_seeds"] = sorted(earlier) or None
     if search.count is not None and any(a.candidates != [{}] for a in plan.arms):
         raise ValueError(
             "--search: the ablation itself sets the nuisance settings of its arms; "

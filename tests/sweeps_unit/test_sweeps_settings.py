@@ -347,7 +347,10 @@ def test_an_ablations_own_seeds_may_grow_but_not_shrink(tmp_path, corpus):
     with pytest.raises(ValueError, match=r"arm F=32.seeds \(there \[0, 1\], now \[0\]"):
         open_sweep(given)
     write_ablation(tmp_path, body.replace("range(2)", "range(3)"))
-    assert len(open_sweep(given).plan.trials) == 3
+    more = open_sweep(given)
+    assert len(more.plan.trials) == 3 and more.settings["earlier_seeds"] == [2]
+    again = open_sweep(only_workdir(given))
+    assert again.settings["earlier_seeds"] == [2]
     with pytest.raises(ValueError, match="sets the seeds of its arms"):
         open_sweep(given._replace(workdir=tmp_path / "planned", looks=[2, 4], seeds=4))
 
