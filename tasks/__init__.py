@@ -41,10 +41,28 @@ def make_task(config, folder: Path | None = None) -> Task:
         )
     kind = OF_CORPUS.get((name, config.data.name), TASKS[name])
     task = kind(config, folder)
+    check_class(name, task)
     best, metrics = config.train.best_metric, [m.name for m in task.metrics]
     if best is not None:
         choose("train.best_metric", best, metrics)
     return task
+
+
+def check_class(name: str, task: Task) -> None:
+    """Raise a ValueError unless a task, which may be of one's own, can be trained."""
+    kind = type(task)
+    metrics = getattr(task, "metrics", None)
+    is_tuple = isinstance(metrics, tuple | list)
+    if not is_tuple or not metrics or not all(isinstance(m, Metric) for m in metrics):
+        raise ValueError(
+            f"The class {kind.__name__} of the task {name} must set `metrics` to a "
+            f"tuple of at least one Metric, as in metrics = (LOSS,), got {metrics!r}."
+        )
+    for member in ("load", "loss", "evaluate"):
+        if getattr(kind, member, None) in (None, getattr(Task, member)):
+            raise ValueError(
+                f"The class {kind.__name__} of the task {name} must define `{member}`."
+            )
 
 
 def best_metric(task: Task) -> Metric:

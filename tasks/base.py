@@ -256,13 +256,20 @@ class Task:
                 f"{counts[0]} and {counts[1]}."
             )
 
+    def lacking(self, member: str) -> NotImplementedError:
+        """Return the error for a member that a subclass should define."""
+        return NotImplementedError(
+            f"The class {type(self).__name__} of the task {self.config.task.name} "
+            f"does not define `{member}`."
+        )
+
     def read(self, split: str) -> dict[str, list[str]]:
         """Return the raw text of a split by field.
 
         Raises:
             ValueError, OSError: there is no such split.
         """
-        raise NotImplementedError
+        raise self.lacking("read")
 
     def read_fields(self, split: str) -> dict[str, list[str]]:
         """Return what `read` returns; a task of one's own may return anything.
@@ -284,7 +291,7 @@ class Task:
 
     def load(self, split: str) -> Examples:
         """Return a tokenised split; "train" builds the vocabulary if there is none."""
-        raise NotImplementedError
+        raise self.lacking("load")
 
     def check_scoring(self, split: str) -> None:
         """Raise a ValueError or OSError unless a split can be read and scored."""
@@ -402,7 +409,7 @@ class Task:
                 the batch, and must add neither loss nor weight.
             options: `label_smoothing`, and options of `Transformer.hidden`.
         """
-        raise NotImplementedError
+        raise self.lacking("loss")
 
     def evaluate(self, run: Run, examples: Examples, **options) -> list[dict]:
         """Score trials; return a dict from metric name to value for each.
@@ -414,7 +421,7 @@ class Task:
             options: `trials`, the trials to score (default: all); `quick`, to evaluate
                 as during training; and those in the task's `evaluation_options`.
         """
-        raise NotImplementedError
+        raise self.lacking("evaluate")
 
     def predict(self, run: Run, lines: Sequence[str], **options) -> Iterator[str]:
         """Yield the model's outputs for lines of text.
@@ -423,7 +430,7 @@ class Task:
             options: `trial`, the trial to use; `first`, the number of the first line;
                 and those in the task's `options`.
         """
-        raise NotImplementedError
+        raise self.lacking("predict")
 
     def score_lines(self, run: Run, lines: Sequence[str], **options) -> Iterator[str]:
         """Yield the log-probability (nats), a tab, and the token count of each line."""
@@ -473,7 +480,7 @@ class Task:
 
     def encode_text(self, text: str) -> dict[str, list[int]]:
         """Return the token ids by field of a user's text."""
-        raise NotImplementedError
+        raise self.lacking("encode_text")
 
     def check_length(self, fields: dict[str, list[int]], what: str) -> None:
         """Raise a ValueError if a text has no tokens or too many."""

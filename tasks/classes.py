@@ -130,7 +130,7 @@ class ClassTask(EncoderTask):
 
     def true_labels(self, examples: Examples) -> list[list[str]]:
         """Return the labels of each example, one per token that has a class."""
-        raise NotImplementedError
+        raise self.lacking("true_labels")
 
     def evaluate(
         self,

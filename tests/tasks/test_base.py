@@ -2,6 +2,8 @@
 
 import pytest
 
+from headcount.configs.base import get_config
+from headcount.tasks import LOSS, TASKS, Task, make_task
 from headcount.tasks.language_model import LanguageModel
 from headcount.tasks.masked_language_model import MaskedLanguageModel
 from headcount.tasks.translation import Translation
@@ -42,3 +44,34 @@ def test_a_task_whose_read_returns_something_else_is_named(
 def test_a_subclass_sets_corpus_keys_and_test_split(tmp_path, base):
     task = own_task(base, tmp_path, corpus_keys=("name", "fold"), test_split="val")
     assert (task.corpus_keys, task.test_split) == (("name", "fold"), "val")
+
+
+@pytest.mark.parametrize(
+    "members, named",
+    [
+        ({}, r"`metrics` .* \(LOSS,\), got None"),
+        ({"metrics": ()}, r"`metrics` .* got \(\)"),
+        ({"metrics": LOSS}, r"`metrics` .* got Metric"),
+        ({"metrics": ("loss",)}, r"`metrics` .* got \('loss',\)"),
+        ({"metrics": (LOSS,)}, "`load`"),
+        ({"metrics": (LOSS,), "load": print}, "`loss`"),
+        ({"metrics": (LOSS,), "load": print, "loss": print}, "`evaluate`"),
+    ],
+)
+def test_a_class_without_a_member_that_training_needs_is_named(
+    monkeypatch, members, named
+):
+    monkeypatch.setitem(TASKS, "own", type("Own", (Task,), members))
+    config = get_config()
+    config.task.name = "own"
+    with pytest.raises(
+        ValueError, match=f"^The class Own of the task own must .*{named}"
+    ):
+        make_task(config)
+
+
+@pytest.mark.parametrize("member", ["read", "predict", "encode_text"])
+def test_a_member_that_a_class_lacks_is_named_when_it_is_needed(tmp_path, member):
+    task = Task(small_task(tmp_path).config)
+    with pytest.raises(NotImplementedError, match=f"^The class Task .* `{member}`"):
+        getattr(task, member)(*["x"] * (1 + (member == "predict")))
