@@ -86,11 +86,14 @@ def _shakespeare(data, split) -> list[str]:
             f"shakespeare has no split {split!r}; it has {' and '.join(splits)} with "
             f"data.test_share={data.test_share}."
         )
-    content = _shakespeare_file(data)
+    path = _shakespeare_file(data)
+    content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
+        if data.directory is None:
+            path.unlink(missing_ok=True)  # so that the next attempt downloads it again
         raise ValueError(
-            "The file is not char-rnn's tinyshakespeare input.txt (its SHA-256 "
-            "differs); fetch it again, or read a text of your own with data.name=text."
+            f"{path} is not char-rnn's tinyshakespeare input.txt (its SHA-256 "
+            f"differs); fetch it again, or read a text of your own with data.name=text."
         )
     text = content.decode()
     train = int(0.9 * len(text))
@@ -99,7 +102,7 @@ def _shakespeare(data, split) -> list[str]:
     return [text[slice(*cuts[split])]]
 
 
-def _shakespeare_file(data) -> bytes:
+def _shakespeare_file(data) -> Path:
     if data.directory is not None:
         folder = folder_of(data.name, data.directory)
         path = folder / "input.txt"
@@ -107,14 +110,15 @@ def _shakespeare_file(data) -> bytes:
             raise FileNotFoundError(
                 f"The folder {folder} (data.directory) holds no input.txt."
             )
-        return path.read_bytes()
+        return path
     path = prepared_in() / "downloads" / "tinyshakespeare" / "input.txt"
-    return download(
+    download(
         SHAKESPEARE_URL,
         path,
         "download it elsewhere and set --config.data.directory=FOLDER, the folder that "
         "holds input.txt.",
     )
+    return path
 
 
 def _recall(data, split) -> list[str]:

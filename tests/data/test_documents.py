@@ -149,6 +149,16 @@ def test_shakespeare_without_a_network_raises_with_url_and_key(tmp_path, monkeyp
         load(None, "train", "shakespeare")
 
 
+def test_a_wrong_download_of_shakespeare_is_removed(tmp_path, monkeypatch):
+    """Such as a login page: otherwise every later attempt would find it again."""
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    path = tmp_path / "downloads/tinyshakespeare/input.txt"
+    write(path, "<html>")
+    with pytest.raises(ValueError, match=f"{path} .*SHA-256"):
+        load(None, "train", "shakespeare")
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("name", ["recall", "stories", "lm1b"])
 def test_a_folder_for_a_corpus_without_files_raises_with_the_key(tmp_path, name):
     with pytest.raises(ValueError, match=f"data.directory .*{name} reads no files"):
