@@ -1,6 +1,8 @@
 """What the scripts show of the log."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -15,6 +17,20 @@ def test_only_data_and_attention_inform_the_user(capsys, room, shown):
         SayHandler().emit(logging.makeLogRecord(record))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"at {logging.INFO}"] * shown + [f"at {logging.WARNING}"]
+
+
+def test_a_package_that_is_reached_through_a_link_informs_the_user(tmp_path):
+    (tmp_path / "headcount").symlink_to(ROOT)
+    (tmp_path / "train.conll").write_text("word tag\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from headcount.data import columns\n"
+        "from headcount.runtime.logging import show_log\n"
+        f"show_log(); columns.load('conll', 'train', {str(tmp_path)!r}, '')\n"
+    )
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert shown == "conll train: 1 sentences\n"
 
 
 def test_a_shortened_message_names_no_part_of_a_path():
