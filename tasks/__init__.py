@@ -5,6 +5,7 @@ To add a task of your own, write a Python file that adds it to `TASKS`, and pass
 """
 
 import importlib.util
+import sys
 from pathlib import Path
 
 from headcount.configs.validation import choose
@@ -82,8 +83,9 @@ def import_file(path: Path) -> None:
     """
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"--task_file={path} is not a Python file.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"task_file_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for their module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # user code may raise anything

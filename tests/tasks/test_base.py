@@ -1,9 +1,12 @@
 """What all tasks share: checks of what a task of one's own returns."""
 
+import importlib
+import json
+
 import pytest
 
 from headcount.configs.base import get_config
-from headcount.tasks import LOSS, TASKS, Task, make_task
+from headcount.tasks import LOSS, TASKS, Task, import_file, make_task
 from headcount.tasks.language_model import LanguageModel
 from headcount.tasks.masked_language_model import MaskedLanguageModel
 from headcount.tasks.translation import Translation
@@ -75,3 +78,13 @@ def test_a_member_that_a_class_lacks_is_named_when_it_is_needed(tmp_path, member
     task = Task(small_task(tmp_path).config)
     with pytest.raises(NotImplementedError, match=f"^The class Task .* `{member}`"):
         getattr(task, member)(*["x"] * (1 + (member == "predict")))
+
+
+def test_a_task_file_may_have_dataclasses_with_postponed_annotations(tmp_path):
+    """Python looks these up in `sys.modules`."""
+    lines = "from __future__ import annotations", "import dataclasses"
+    lines += "@dataclasses.dataclass", "class Own:", "    size: int = 3"
+    path = tmp_path / "json.py"  # must not replace Python's own
+    path.write_text("\n".join(lines))
+    import_file(path)
+    assert importlib.import_module("json") is json
