@@ -5,7 +5,7 @@ file, not on particular tasks.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -275,10 +275,16 @@ class Task:
         """Return what `read` returns; a task of one's own may return anything.
 
         Raises:
-            ValueError: a field is missing, empty, or shorter than another.
+            ValueError: a field is missing, empty, no list, or shorter than another.
         """
         text, required = self.read(split), self.text_fields
         fields = text if isinstance(text, dict) else {}
+        for name, lines in fields.items():
+            if isinstance(lines, str) or not isinstance(lines, Sized):
+                raise ValueError(
+                    f"`read` of the task {self.config.task.name} must return lists, "
+                    f"and its {name} of {split!r} is a {type(lines).__name__}."
+                )
         counts = [len(lines) for lines in fields.values()]
         if not (set(required) <= set(fields) and len(set(counts)) == 1 and counts[0]):
             received = ", ".join(f"{name} ({len(x)})" for name, x in fields.items())

@@ -43,6 +43,13 @@ def test_a_task_whose_read_returns_something_else_is_named(
         task.load("train")
 
 
+@pytest.mark.parametrize("lines, kind", [("a text", "str"), (iter("ab"), "iterator")])
+def test_a_field_that_is_no_list_is_named(tmp_path, lines, kind):
+    task = own_task(LanguageModel, tmp_path, read=lambda self, split: {"text": lines})
+    with pytest.raises(ValueError, match=f"`read` of .* text of 'train' is a .*{kind}"):
+        task.load("train")
+
+
 @pytest.mark.parametrize("base", [LanguageModel, MaskedLanguageModel])
 def test_a_subclass_sets_corpus_keys_and_test_split(tmp_path, base):
     task = own_task(base, tmp_path, corpus_keys=("name", "fold"), test_split="val")
