@@ -87,10 +87,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `folder` if the block succeeds.
 
     Raises:
-        ValueError: `folder` exists and is not an empty folder.
+        ValueError: `folder` is not an empty or new folder, or is the current one.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty; choose another folder.")
+    if folder.name in ("", ".."):  # of the path "."
+        raise ValueError(f"{folder} can't be replaced; give the name of a new folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as parent:
         part = Path(parent) / folder.name

@@ -131,6 +131,15 @@ def test_a_new_folder_is_there_at_once_or_not_at_all(tmp_path):
     assert (folder / "x").read_text() == "whole"
 
 
+@pytest.mark.parametrize("path", [".", "a/.."])
+def test_a_new_folder_is_not_the_current_one(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    match = "name of a new folder"
+    with pytest.raises(ValueError, match=match), new_folder(Path(path)):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 def test_one_at_a_time_although_each_removes_the_lock_file(tmp_path, wait):
