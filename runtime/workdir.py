@@ -291,6 +291,7 @@ def _finite(value):
 def environment() -> dict:
     """Return what affects results besides the config: versions, devices, commit."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "sentencepiece")
+    packages += ("numpy",)  # its generators, which shuffle examples, may change
     on_cpu = jax.default_backend() == "cpu"
     return {
         "commit": commit(),

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from datetime import UTC, datetime
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from headcount.runtime import workdir as workdir_module
 from headcount.runtime.workdir import (
     claim,
     differences,
+    environment,
     read_json,
     record,
     set_status,
@@ -204,6 +206,18 @@ def test_a_missing_or_unknown_key_is_a_difference(tmp_path):
         (tmp_path / "metrics.jsonl").write_text("{}\n")
         with pytest.raises(ValueError, match=words), claim(tmp_path, config, trials):
             pass
+
+
+def test_another_numpy_affects_bits(tmp_path, monkeypatch):
+    """Its generators shuffle the examples, and may change between versions."""
+    arguments = tmp_path, get_config().to_dict(), [{"seed": 0}]
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert not record(*arguments, environment())
+    versions = {"numpy": "9"}
+    monkeypatch.setattr(
+        workdir_module, "version", lambda name: versions.get(name) or version(name)
+    )
+    assert record(*arguments, environment()).startswith("versions.numpy (there")
 
 
 def test_another_format_version_raises_with_both_versions(tmp_path):
