@@ -14,7 +14,6 @@ import re
 import zlib
 from pathlib import Path
 
-import numpy as np
 import sentencepiece
 from absl import logging
 
@@ -119,9 +118,8 @@ class ByteTokenizer:
     def encode(self, texts: list[str], eos: bool = True) -> Ragged:
         """See `SentencePieceTokenizer.encode`."""
         end = [EOS] if eos else []
-        encoded = (np.frombuffer(text.encode(), np.uint8) for text in texts)
         return Ragged.of(
-            [np.append(x.astype(np.int32) + NUM_SPECIAL, end) for x in encoded]
+            [[byte + NUM_SPECIAL for byte in text.encode()] + end for text in texts]
         )
 
     def pieces(self, ids) -> list[str]:
