@@ -109,6 +109,8 @@ def main():
         )
     path = None if TRIALS.value is None else path_of(TRIALS)
     if DRY_RUN.value is not None:
+        if PROFILE.value is not None:
+            fail("--profile has no meaning with --dry_run, which does not train.")
         plan(CONFIG.value, DRY_RUN.value, path)
         return
     train(CONFIG.value, path_of(WORKDIR), path)

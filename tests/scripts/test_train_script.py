@@ -229,6 +229,11 @@ def test_a_start_without_its_data_leaves_nothing(corpus, tmp_path):
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_a_dry_run_has_no_steps_to_profile(tmp_path):
+    args = [*training(tmp_path), "--dry_run=v5e:1x1", "--profile=0:1"]
+    fails(run(args), "--profile", "--dry_run")
+
+
 @pytest.mark.slow
 def test_a_failed_start_does_not_claim_the_workdir(corpus, tmp_path):
     """Nor keep its vocabulary, which is of another config."""
