@@ -12,6 +12,9 @@ OPEN_FILES = 256  # open files that a run may need at the same time
 FOLDERS = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")  # variables with a folder
 GPU_MEMORY = 0.9  # fraction of a GPU's memory that JAX preallocates
 SMALL = ("eval.py", "predict.py", "heads.py", "weights.py")  # which do not preallocate
+CPUINFO = Path("/proc/cpuinfo")
+# lines of it that tell processor models apart, on x86 and on ARM
+KIND = ("model name", "flags", "CPU implementer", "CPU part", "Features")
 # from glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
@@ -75,9 +78,8 @@ def setup() -> None:
 
 def fingerprint() -> str:
     """Return a hash that identifies the processor model and its features."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    of_kind = {line for line in lines if line.startswith(("model name", "flags"))}
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    of_kind = {line for line in lines if line.startswith(KIND)}
     return hashlib.sha256("".join(sorted(of_kind)).encode()).hexdigest()[:12]
 
 
