@@ -19,6 +19,7 @@ from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 # isort: on
 import contextlib
 import io
+import os
 import re
 import sys
 import tempfile
@@ -189,7 +190,7 @@ def main(verb: str, more_workdirs: list[str]) -> None:
             status.print_status(sweep, make_rows(sweep))
         elif verb == "report":
             joined = [
-                settings.Options(verb, Path(path).expanduser(), sweep.task_file)
+                settings.Options(verb, Path(os.path.expanduser(path)), sweep.task_file)
                 for path in more_workdirs
             ]
             if joined:

@@ -20,6 +20,7 @@ outputs equal those of the run in which the gates of these heads are 0.
 from headcount.runtime import bootstrap  # noqa: F401  before JAX is imported
 
 # isort: on
+import os
 from pathlib import Path
 
 from absl import flags
@@ -123,7 +124,7 @@ def parse_target(text: str) -> tuple[str, Path]:
             f"--to must be FORMAT:FOLDER with a format of {', '.join(FORMATS)}, got "
             f"{text!r}."
         )
-    return kind, Path(folder).expanduser()
+    return kind, Path(os.path.expanduser(folder))
 
 
 def cli():

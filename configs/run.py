@@ -6,6 +6,7 @@
 """
 
 import json
+import os
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -15,7 +16,7 @@ from headcount.configs.validation import read_config
 
 def get_config(workdir: str = ""):
     """Return the config of the run in a workdir."""
-    path = Path(workdir).expanduser() / "config.json"
+    path = Path(os.path.expanduser(workdir)) / "config.json"
     if not workdir or not path.is_file():
         raise ValueError(
             f"configs/run.py needs a run's workdir, as in configs/run.py:runs/numbers, "

@@ -12,9 +12,19 @@ from absl import logging
 
 
 def prepared_in() -> Path:
-    """Return the folder of prepared data, $TFDS_DATA_DIR or its default."""
+    """Return the folder of prepared data, $TFDS_DATA_DIR or its default.
+
+    Raises:
+        FileNotFoundError: its ~ stands for no folder.
+    """
     folder = os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
-    return Path(folder).expanduser()
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:
+        raise FileNotFoundError(
+            f"There is no home folder for {folder}, the folder of prepared data; set "
+            f"TFDS_DATA_DIR to another."
+        ) from None
 
 
 def write(path: Path, content: bytes) -> None:

@@ -1,6 +1,7 @@
 """Local files of a corpus: UTF-8 text, gzipped or not, in the folder data.directory."""
 
 import gzip
+import os
 import re
 import zlib
 from pathlib import Path
@@ -22,7 +23,7 @@ def folder_of(name: str, directory: str | None) -> Path:
             f"data.name={name} needs data.directory, the folder of your files "
             f"(eval.py and heads.py: --directory)."
         )
-    folder = Path(directory).expanduser()
+    folder = Path(os.path.expanduser(directory))
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder} (data.directory).")
     return folder

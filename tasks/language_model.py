@@ -12,6 +12,7 @@ tokenizers. Every token of a split is scored exactly once, in windows that start
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -129,7 +130,7 @@ class LanguageModel(Task):
         """
         data = self.config.data
         if data.tokenizer == "gpt2" and data.directory is not None:
-            source = Path(data.directory).expanduser() / "tokenizer.json"
+            source = Path(os.path.expanduser(data.directory)) / "tokenizer.json"
             tokenizers.copy_gpt2(source, self.folder, self.config.model.bos)
         self.tokenizer = tokenizers.load_or_make(
             self.folder, data.tokenizer, texts, data.vocab_size

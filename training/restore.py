@@ -1,5 +1,6 @@
 """Read a run's parameters: the best, the last, or the mean of its checkpoints."""
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -137,7 +138,7 @@ def run_folder(workdir: str) -> Path:
     Raises:
         FileNotFoundError: it holds no run.
     """
-    folder = Path(workdir).expanduser()
+    folder = Path(os.path.expanduser(workdir))
     if not workdir or not (folder / "config.json").exists():
         raise FileNotFoundError(
             f"train.init_from={workdir} holds no run (there is no config.json in it)."

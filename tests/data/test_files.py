@@ -4,6 +4,7 @@ import gzip
 
 import pytest
 
+from headcount.data.cache import prepared_in
 from headcount.data.files import folder_of, read_lines, read_text
 
 
@@ -24,6 +25,14 @@ def test_lines_end_only_at_newlines(tmp_path, text, lines, mark):
         (tmp_path / name).write_bytes(written)
         assert read_text(tmp_path / name) == text
         assert read_lines(tmp_path / name) == lines
+
+
+def test_a_folder_of_an_unknown_user_does_not_exist(monkeypatch):
+    with pytest.raises(FileNotFoundError, match="no folder ~nobody1/x"):
+        folder_of("text", "~nobody1/x")
+    monkeypatch.setenv("TFDS_DATA_DIR", "~nobody1/x")
+    with pytest.raises(FileNotFoundError, match="~nobody1/x, .* TFDS_DATA_DIR"):
+        prepared_in()
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])

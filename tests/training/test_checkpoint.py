@@ -426,9 +426,10 @@ def test_all_processes_fail_where_one_has_no_run_to_start_from(tmp_path, monkeyp
         return [value]
 
     monkeypatch.setattr(distributed, "gather", gather)
-    with pytest.raises(FileNotFoundError, match="train.init_from=.*config.json"):
-        parameters_to_start_from(str(tmp_path), None, [{}], None)
-    assert "config.json" in shared[0]  # what the others raise
+    for folder in (str(tmp_path), "~nobody1/x"):  # there is no such user
+        with pytest.raises(FileNotFoundError, match="train.init_from=.*config.json"):
+            parameters_to_start_from(folder, None, [{}], None)
+        assert "config.json" in shared.pop()  # what the others raise
 
 
 def test_a_damaged_checkpoint_is_moved_across_file_systems(saved, monkeypatch):
