@@ -91,6 +91,11 @@ class EncoderTask(Task):
         fields = {"source": Ragged.of(sources)}
         if "source_types" in self.aligned:
             fields["source_types"] = Ragged.of(types)
+            if self.config.model.token_types == 1 and any(map(any, types)):
+                raise ValueError(
+                    "model.token_types=1 has no type for the second text of a pair; "
+                    "set it to 0 or 2."
+                )
         if "source_features_0" in self.aligned:
             features = tokenizer.features(flat)
             features = np.pad(features, ((0, 1), (0, 0)))  # origin -1: BOS and EOS

@@ -139,6 +139,11 @@ def test_a_pair_has_an_eos_after_each_text(tmp_path):
         assert examples.fields["source"][i].tolist() == wanted
 
 
+def test_a_pair_needs_two_token_types(tmp_path):
+    with pytest.raises(ValueError, match="token_types=1 .* set it to 0 or 2"):
+        make_task(tmp_path, pairs=True, **{"model.token_types": 1})
+
+
 def test_predict_has_the_label_and_every_probability(tmp_path):
     task = make_task(tmp_path)
     run = untrained_run(task, scale=2.0)
