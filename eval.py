@@ -165,6 +165,7 @@ def evaluate(workdir: Path, trained: Run, examples, options: dict) -> None:
                 "step": trained.step[trial],
                 "diverged_at": trained.diverged_at[trial],
                 "examples": len(examples),
+                "crc32": examples.crc32,
                 **({} if heads[trial] is None else {"open_heads": heads[trial]}),
                 "options": row.pop("options", {}),
                 "signatures": row.pop("signatures", {}),
@@ -195,7 +196,7 @@ def result_path(workdir: Path, split: str) -> Path:
 
 
 def keep_other(path: Path, row: dict) -> None:
-    """Rename result-SPLIT.json if its scores are of another checkpoint or search.
+    """Rename result-SPLIT.json if its scores are of another checkpoint, search or text.
 
     This keeps them from being overwritten by the new scores.
 
@@ -208,7 +209,10 @@ def keep_other(path: Path, row: dict) -> None:
         old_settings = {"checkpoint": old_row["checkpoint"], **old_row["options"]}
     except (OSError, ValueError, LookupError, TypeError):
         return  # there are no readable scores
-    if old_settings != {"checkpoint": row["checkpoint"], **row["options"]}:
+    settings = {"checkpoint": row["checkpoint"], **row["options"]}
+    if old_row.get("crc32") not in (None, row.get("crc32")):  # with another --directory
+        old_settings["crc32"] = old_row["crc32"]
+    if old_settings != settings:
         suffix = ",".join(f"{name}={value}" for name, value in old_settings.items())
         backup = path.with_name(f"{path.stem}-{suffix}{path.suffix}")
         path.replace(backup)

@@ -44,11 +44,12 @@ def test_scores_are_replaced_by_those_of_the_same_settings_alone(tmp_path, capsy
     """Others are kept beside them, and the log says where."""
     keep_other = load_script("eval.py")[0].keep_other
     path = tmp_path / "result-val.json"
-    row = {"checkpoint": "best", "options": {"beam_size": 5}, "loss": 1.0}
+    row = {"checkpoint": "best", "options": {"beam_size": 5}, "loss": 1.0, "crc32": 7}
     path.write_text(json.dumps([row]))
     keep_other(path, row | {"loss": 2.0})
     assert [each.name for each in tmp_path.iterdir()] == ["result-val.json"]
-    for change in ({"checkpoint": "last"}, {"options": {"beam_size": 1}}):
+    other = {"checkpoint": "last"}, {"options": {"beam_size": 1}}, {"crc32": 8}
+    for change in other:
         path.write_text(json.dumps([row]))
         keep_other(path, row | change)
         (kept,) = tmp_path.iterdir()
