@@ -144,6 +144,8 @@ def open_sweep(options: Options) -> Sweep:
             "only one arm; give a single number."
         )
     search, plan = make_plan(settings)
+    if options.search_seeds is not None and not any(map(search.has_choice, plan.arms)):
+        raise ValueError("--search_seeds has no meaning without --tune or --search.")
     if options.ablation is not None:
         log_repeated(settings, plan)
     if stored is not None and any(

@@ -57,6 +57,12 @@ def test_dev_chooses_with_other_seeds_and_only_the_chosen_is_tested(tmp_path, co
     assert "12 trials are not done yet" in markdown  # 8 of searches, 4 that follow
 
 
+def test_seeds_of_a_search_need_something_to_search(tmp_path, corpus):
+    given = options(tmp_path / "s", corpus, search_seeds=2)
+    with pytest.raises(ValueError, match="without --tune or --search"):
+        open_sweep(given)
+
+
 def chosen_trials(tmp_path, corpus, change, **changes):
     """Return the reported trials of the first arm, which has two rates to choose from.
 
