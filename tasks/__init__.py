@@ -60,7 +60,7 @@ def check_class(name: str, task: Task) -> None:
             f"tuple of at least one Metric, as in metrics = (LOSS,), got {metrics!r}."
         )
     for member in ("load", "loss", "evaluate"):
-        if getattr(kind, member, None) in (None, getattr(Task, member)):
+        if getattr(kind, member) is getattr(Task, member):
             raise ValueError(
                 f"The class {kind.__name__} of the task {name} must define `{member}`."
             )
