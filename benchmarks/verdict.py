@@ -155,6 +155,8 @@ def main() -> None:
             "--fixed must be at least 2, --sweeps at least 1, --margin above 0."
         )
     paths = sorted(arguments.results.glob("*/sweep.csv"))
+    # models that were trained for their speed alone
+    paths = [path for path in paths if not path.parent.name.startswith("head_speed_")]
     if not any(read_scores(path, arguments.metric)[0].size for path in paths):
         parser.error(
             f"--results={arguments.results} has no sweep with --metric="
