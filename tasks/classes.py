@@ -142,10 +142,8 @@ class ClassTask(EncoderTask):
         """Score labels, with a report per class unless quick; see `Task.evaluate`."""
         trials = range(len(run.trials)) if trials is None else trials
         loss = heldout_loss(run, self.evaluation_batches(examples))
-        predicted, true = (
-            self.predicted_labels(run, examples),
-            self.true_labels(examples),
-        )
+        predicted = self.predicted_labels(run, examples)
+        true = self.true_labels(examples)
         flat, rows = [label for labels in true for label in labels], []
         for trial in trials:
             guesses = [label for labels in predicted[trial] for label in labels]
